@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import gc
 import math
+import random
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import partial
@@ -48,7 +49,7 @@ def in_turn(
     check: Callable[[Any], object] = lambda result: None,  # noqa: ARG005
 ) -> dict[str, Outcome | Exception]:
     """Time ways in turn: one call of each, again and again, so that a drift of the machine affects
-    all alike.
+    all alike. Each turn has another order: caches have what the call before has read.
 
     Return, for each way, the seconds of its calls until the device was done as `total`, and until
     they returned as `main`; or what it raised, and then it has no further turns. What a call
@@ -80,10 +81,11 @@ def in_turn(
         return (done - start) / steps, (returned - start) / steps
 
     def take(turn: int) -> None:
-        for number, (name, call) in enumerate(calls.items(), turn):
+        order = random.Random(turn).sample(list(calls), len(calls))
+        for number, name in enumerate(order, turn):
             if name not in errors:
                 with _kept(errors, name):
-                    samples[name].append(sample(call, inputs[number % len(inputs)]))
+                    samples[name].append(sample(calls[name], inputs[number % len(inputs)]))
 
     with ExitStack() as opened:
         for name, way in ways.items():

@@ -359,10 +359,13 @@ def way(calls):
 
 def test_ways_alternate_call_by_call(calls, way):
     ways = {name: way(name) for name in "abc"}
-    outcomes = timing.in_turn(ways, CPU, repeats=2, warm_ups=2, inputs=[("x",), ("y",)])
-    assert calls[:12] == 2 * list(zip("abcabc", "xyxyxy", strict=True))
-    assert sorted(calls[12:]) == [(name, "left") for name in "abc"]
-    assert [len(outcomes[name]["total"]) for name in "abc"] == [2, 2, 2]
+    outcomes = timing.in_turn(ways, CPU, repeats=6, warm_ups=2, inputs=[("x",), ("y",)])
+    turns = ["".join(name for name, _ in calls[at : at + 3]) for at in range(0, 24, 3)]
+    assert {"".join(sorted(turn)) for turn in turns} == {"abc"}
+    assert len(set(turns)) > 2
+    assert "".join(given for _, given in calls[:6]) == "xyxyxy"
+    assert sorted(calls[24:]) == [(name, "left") for name in "abc"]
+    assert [len(outcomes[name]["total"]) for name in "abc"] == [6, 6, 6]
 
 
 @pytest.mark.parametrize(("fails_in", "error"), [(0, ValueError), (1, RuntimeError)])
