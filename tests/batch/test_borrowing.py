@@ -280,7 +280,7 @@ def test_an_unsendable_lease_stays_the_caller_s(stager):
 
 def test_a_call_drops_earlier_lenders(driver, device, borrowing, monkeypatch):
     monkeypatch.setattr(reaper, "tasks", SimpleQueue())  # nothing else drops them
-    monkeypatch.setattr("pinstage._stage._sender.kept", kept := Kept())
+    monkeypatch.setattr("pinstage._stage._sender.kept", Kept())
     events, lenders = [ManualEvent() for _ in range(3)], []
     for device.event in events:
         (leaf,) = driver.lock(large(1))
@@ -289,9 +289,36 @@ def test_a_call_drops_earlier_lenders(driver, device, borrowing, monkeypatch):
     del leaf
     for event, alive in ((events[1], 3), (events[0], 1)):
         event.finish()
-        kept.until(events[2], [torch.ones(1)])
+        device.event = events[2]
+        borrowing.to_device(driver.lock(large(1)))
         assert [lender() is not None for lender in lenders].count(True) == alive
     assert lenders[2]() is not None
+
+
+def test_a_packed_call_drops_earlier_lenders(driver, device, borrowing, monkeypatch):
+    monkeypatch.setattr(reaper, "tasks", SimpleQueue())
+    monkeypatch.setattr("pinstage._stage._sender.kept", Kept())
+    event = device.event = ManualEvent()
+    batches = [driver.lock(*map(large, range(12))) for _ in range(2)]
+    died = weakref.ref(batches[0][-1])
+    borrowing.to_device(list(batches.pop(0)))
+    assert died() is not None
+    event.finish()
+    device.event = ManualEvent()
+    borrowing.to_device(list(batches.pop()))
+    assert died() is None
+
+
+def test_to_keep_more_asks_no_event(monkeypatch):
+    """A finaliser may do it in the middle of a capture, which asking an event may invalidate."""
+    monkeypatch.setattr(reaper, "tasks", SimpleQueue())
+    kept, event = Kept(), ManualEvent()
+    event.finish()
+    for _ in range(3):
+        kept.until(event, [torch.ones(1)])
+    assert (event.queries, len(kept.things)) == (0, 3)
+    kept.drop_oldest()
+    assert not kept.things
 
 
 def test_lenders_are_kept_until_their_copy_is_done(driver, device, borrowing):

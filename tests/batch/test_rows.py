@@ -14,8 +14,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from strategies import PRINTABLE_DTYPES, assert_same, tensor_of
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.overrides import TorchFunctionMode
 
 import pinstage as ps
+from pinstage import _native
+from pinstage.errors import LayoutError
 
 SHAPES = [(), (1,), (2,), (13,), (3, 5), (1000,), (1025,), (3, 40_000), (0,), (2, 0, 3)]
 
@@ -220,6 +223,48 @@ def test_source_and_index_are_read_by_staging(stager):
     index += 1
     assert_same(torch.tensor([102, 103]), stager.to_device(leaf))
     assert (len(leaf), repr(leaf)) == (2, "<Rows int64 [2], of 10>")
+
+
+def test_rows_of_a_cut_source_are_an_error(stager):
+    source = torch.ones(1_000, 4)
+    leaf = ps.rows(source, [999])
+    source.untyped_storage().resize_(16)
+    with pytest.raises(LayoutError, match=r"batch\['x'\] lacks the memory .* storage of 16"):
+        stager.to_device({"x": leaf})
+
+
+@pytest.mark.parametrize("nbytes", [0, 8])
+def test_a_cut_index_is_an_error(stager, nbytes):
+    index = torch.zeros(1_000, dtype=torch.int64)
+    leaf = ps.rows(torch.ones(1).expand(2**62), index)
+    index.untyped_storage().resize_(nbytes)
+    with pytest.raises(TypeError, match="with the memory for its shape"):
+        stager.to_device({"x": leaf})
+
+
+def test_an_index_may_be_resized_between_two_uses():
+    source, index, copies = torch.arange(3.0), torch.tensor([2, 0]), {}
+    first = _native.core.stack_rows(source, index, copies)
+    index.resize_(1_000).fill_(1)
+    second = _native.core.stack_rows(source, index, copies)
+    assert_same(torch.tensor([2.0, 0.0]), first.tensor())
+    assert_same(torch.ones(1_000), second.tensor())
+
+
+def test_len_may_resize_the_index(stager):
+    source, index = torch.ones(3, 2, dtype=torch.complex64).conj(), torch.tensor([2, 0])
+
+    class Resizing(TorchFunctionMode):
+        def __torch_function__(self, function, types, args=(), kwargs=None):
+            if function is torch.Tensor.__len__:
+                with torch._C.DisableTorchFunction():
+                    index.resize_(1_000).fill_(1)
+            return function(*args, **(kwargs or {}))
+
+    leaf = ps.rows(source, index)
+    with Resizing():
+        staged = stager.to_device(leaf)
+    assert torch.equal(torch.ones(1_000, 2, dtype=torch.complex64), staged)
 
 
 def test_an_index_may_change_in_another_thread(stager):

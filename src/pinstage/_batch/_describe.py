@@ -16,7 +16,7 @@ import numpy as np
 import torch
 
 from .. import _native
-from .._compat.views import check_is_plain, has_no_memory, is_dual, range_of
+from .._compat.views import check_has_memory, check_is_plain, has_no_memory, is_dual
 from .._steps import step
 from ..errors import LayoutError
 from ._arrays import Stack
@@ -28,7 +28,6 @@ from ._refusals import (
     tensor_over,
     too_large,
     unknown_classes,
-    without_memory,
 )
 from ._rows import Rows, gathered, stack_of
 from ._structure import Structure, walk
@@ -338,9 +337,7 @@ def _describe_tensor(
         or has_no_memory(tensor)
     ):
         return Described(RowKind.MOVED)
-    _, needed = range_of(tensor)
-    if needed and (tensor.untyped_storage().nbytes() < needed or not tensor.data_ptr()):
-        raise without_memory(structure, tensor, needed, index)
+    check_has_memory(tensor, partial(structure.path, index))
     return _describe_plain(structure, tensor, index)
 
 

@@ -161,18 +161,6 @@ def too_large(structure: Structure, tensor: torch.Tensor, index: int) -> LayoutE
     return _refusal(structure, index, text)
 
 
-def without_memory(
-    structure: Structure, tensor: torch.Tensor, needed: int, index: int
-) -> LayoutError:
-    """Return the error of a tensor whose storage is too small for it."""
-    text = (
-        f"lacks the memory for its shape: {needed} bytes of {list(tensor.shape)} in a storage of "
-        f"{tensor.untyped_storage().nbytes()}; it was freed or cut by resize_() of its storage: "
-        "stage it before, or fill it again"
-    )
-    return _refusal(structure, index, text)
-
-
 def _refusal(structure: Structure, index: int, text: str) -> LayoutError:
     """Return an error about a leaf."""
     path = structure.path(index)

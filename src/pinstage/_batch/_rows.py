@@ -9,6 +9,7 @@ import numpy as np
 import torch
 
 from .. import _native
+from .._compat.views import check_has_memory
 from ._arrays import Array, Stack, as_tensor
 
 _INTEGERS = {int, np.int8, np.int16, np.int32, np.int64, np.uint8, np.uint16, np.uint32}
@@ -105,6 +106,7 @@ def stack_of(leaf: Rows, copies: dict[Any, Any], path: Callable[[], str]) -> Sta
 
     Raises:
         IndexError: an index is out of range.
+        LayoutError: the storage of the tensor is too small for it.
     """
     source, index = leaf._source, leaf._index
     try:
@@ -113,6 +115,7 @@ def stack_of(leaf: Rows, copies: dict[Any, Any], path: Callable[[], str]) -> Sta
         raise IndexError(f"batch{path()} {error}") from None
     if isinstance(stack, Stack):
         return stack
+    check_has_memory(source, path)  # torch would read what is behind it
     # Torch would return a view for an index without dimensions.
     return source[np.frombuffer(stack, np.int64).reshape(1, *index.shape).copy()][0]
 

@@ -13,7 +13,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from .. import _native
-from ..errors import PinstageError
+from ..errors import LayoutError, PinstageError
 from .probes import WRONG, in_this_torch, warn_once
 
 
@@ -159,6 +159,23 @@ def range_of(tensor: torch.Tensor) -> tuple[int, int]:
     first = int(tensor.storage_offset())
     last = first + sum((size - 1) * step for size, step in steps)
     return first * tensor.itemsize, (last + 1) * tensor.itemsize
+
+
+def check_has_memory(tensor: torch.Tensor, path: Callable[[], str]) -> None:
+    """Check that a tensor's storage is large enough for it.
+
+    Raises:
+        LayoutError: it isn't; `path` returns where the tensor is in the batch.
+    """
+    _, needed = range_of(tensor)
+    held = tensor.untyped_storage().nbytes()
+    if needed and (held < needed or not tensor.data_ptr()):
+        raise LayoutError(
+            f"batch{path()} lacks the memory for its shape: {needed} bytes of "
+            f"{list(tensor.shape)} in a storage of {held}; it was freed or cut by resize_() of its "
+            "storage: stage it before, or fill it again",
+            path(),
+        )
 
 
 _why_slow: list[str | None] = [None]

@@ -230,7 +230,7 @@ PyObject *alike(UNUSED PyObject *module, PyObject *args) {
 static bool find_index(PyObject *index, Found *leaf) {
     bool is_tensor = Py_TYPE(index) == torch.tensor;
     int result = is_tensor ? find_tensor(index, DL_CPU, 0, leaf) : find_array(index, leaf);
-    if (is_tensor && result == NOT_PLAIN) {
+    if (is_tensor && torch.handle_at == 0) { /* it isn't known where tensors are */
         PyObject *array = PyObject_CallMethod(index, "numpy", NULL);
         if (array == NULL) return false;
         result = find_array(array, leaf);
@@ -238,8 +238,11 @@ static bool find_index(PyObject *index, Found *leaf) {
     }
     if (result == 0 && (leaf->dtype == torch.by_format['i'] || leaf->dtype == torch.by_format['q']))
         return true;
-    return fail(PyExc_TypeError, "an index is of int32 or int64, on the CPU");
+    return fail(PyExc_TypeError,
+                "an index is of int32 or int64, on the CPU, with the memory for its shape");
 }
+
+static int64_t count_of(const Found *leaf) { return leaf->nbytes / torch.itemsize[leaf->dtype]; }
 
 /* Let negative numbers count from the end, in place; false with an error if one is out of range. */
 static bool count_from_start(int64_t *index, int64_t count, int64_t length) {
@@ -263,8 +266,7 @@ static bool count_from_start(int64_t *index, int64_t count, int64_t length) {
 /* Return the numbers of an index, as bytes with int64, none of them negative; NULL with an error if
  * one isn't in a dimension of `length`. */
 static PyObject *copy_index(const Found *index, int64_t length) {
-    int64_t itemsize = torch.itemsize[index->dtype], count = index->nbytes / itemsize,
-            nbytes = count * (int64_t)sizeof(int64_t);
+    int64_t count = count_of(index), nbytes = count * (int64_t)sizeof(int64_t);
     PyObject *copy = PyBytes_FromStringAndSize(NULL, (Py_ssize_t)nbytes);
     if (copy == NULL) return NULL;
     char *numbers = PyBytes_AsString(copy), *narrow = numbers + nbytes - index->nbytes;
@@ -281,9 +283,11 @@ static PyObject *copy_index(const Found *index, int64_t length) {
 }
 
 /* Return the copy of an index into `length` rows; NULL with an error. `copies` has earlier ones, with
- * their indices, whose addresses are used only once so. */
+ * their indices, whose addresses are used only once so. Another thread may have resized an index
+ * since. */
 static PyObject *copy_once(PyObject *copies, PyObject *index, const Found *found, int64_t length) {
-    PyObject *key = Py_BuildValue("(NL)", PyLong_FromVoidPtr(index), (long long)length);
+    PyObject *key = Py_BuildValue("(NLL)", PyLong_FromVoidPtr(index), (long long)length,
+                                  (long long)count_of(found));
     if (key == NULL) return NULL;
     PyObject *known = PyDict_GetItemWithError(copies, key), *copy = NULL;
     if (known != NULL) {
@@ -345,13 +349,14 @@ PyObject *stack_rows(UNUSED PyObject *module, PyObject *args) {
     if (!PyArg_ParseTuple(args, "OOO!:stack_rows", &tensor, &index, &PyDict_Type, &copies))
         return NULL;
     Found source, numbers;
-    if (!find_index(index, &numbers)) return NULL;
     bool is_plain = Py_TYPE(tensor) == torch.tensor && !may_be_dual() &&
                     find_tensor(tensor, DL_CPU, 0, &source) == 0 && source.ndim > 0;
     int64_t length = is_plain ? source.shape[0] : (int64_t)PyObject_Size(tensor);
-    PyObject *copy = length < 0 ? NULL : copy_once(copies, index, &numbers, length);
+    /* Last: `len` may run Python code, which may change the index. */
+    if (length < 0 || !find_index(index, &numbers)) return NULL;
+    int64_t count = count_of(&numbers);
+    PyObject *copy = copy_once(copies, index, &numbers, length);
     if (copy == NULL) return NULL;
-    int64_t count = (int64_t)PyBytes_Size(copy) / (int64_t)sizeof(int64_t);
     if (!is_plain || !is_usual(&source, &numbers, count)) return copy;
     PyObject *made = gathered(tensor, &source, &numbers, copy, count);
     Py_DECREF(copy);

@@ -82,6 +82,7 @@ class PendingSend:
         if self.slab is not None:
             self.slab.release(after=event)
         if self.parts.locked:
+            kept.drop_oldest()
             kept.until(event, self.parts.lenders())
 
 
@@ -188,6 +189,7 @@ class Sender:
         if isinstance(few, int):
             few = self._borrow_few(leaves, few)
         elif few is not None and few.locked and self.borrows:
+            kept.drop_oldest()
             kept.until(target.record(target.consumer(None)), leaves)
         elif few is not None and few.locked:  # our stream has read them
             target.wait(target.record(target.stream), target.consumer(None))
@@ -209,6 +211,7 @@ class Sender:
         if not isinstance(few, Few):
             return None
         event = target.record(target.stream)
+        kept.drop_oldest()
         kept.until(event, leaves)
         target.hand_over(event, few.made(), consumer)
         return few

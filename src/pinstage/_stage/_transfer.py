@@ -57,7 +57,7 @@ class Sizes(NamedTuple):
 class Kept:
     """Objects that are kept alive until events are done.
 
-    Each call drops earlier ones, so that a loader uses page-locked memory again which the caches
+    A sender drops earlier ones, so that a loader uses page-locked memory again which the caches
     still have. The reaper's thread drops the last ones. It looks every 20 ms while there are any,
     so a call wakes it only if there were none for that long. Waking it takes as long as a small
     copy.
@@ -68,15 +68,18 @@ class Kept:
         self.look: Look | None = None  # the task that looks again
 
     def until(self, event: Fence | None, things: list[Any]) -> None:
-        """Keep objects alive until an event is done. Finalisers may call this."""
+        """Keep objects alive until an event is done. Finalisers may call this, also in a thread
+        that captures a graph, or in a forked child.
+        """
         if event is not None and things:
-            self.drop_oldest()
             self.things.append((event, things))
             if self.look is None:
                 reaper.tasks.put(Look(self))
 
     def drop_oldest(self) -> None:
-        """Drop objects up to the first whose event isn't done."""
+        """Drop objects up to the first whose event isn't done. Finalisers mustn't call this: to ask
+        an event may invalidate a capture.
+        """
         with suppress(IndexError):  # none is left
             while _is_done((oldest := self.things[0])[0]):
                 # An interrupt may come here: the pair must not be needed any more.
