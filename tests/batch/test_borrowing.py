@@ -12,7 +12,14 @@ from queue import SimpleQueue
 import numpy as np
 import pytest
 import torch
-from doubles import HeldTarget, ManualEvent, claim_in_child, use_target, wait_until
+from doubles import (
+    HeldTarget,
+    ManualEvent,
+    claim_in_child,
+    interrupts,
+    use_target,
+    wait_until,
+)
 from fake_driver import Locking
 from strategies import assert_same, tensor_of
 
@@ -292,6 +299,38 @@ def test_a_call_drops_earlier_lenders(driver, device, borrowing, monkeypatch):
         kept.until(events[2], [torch.ones(1)])
         assert [lender() is not None for lender in lenders].count(True) == alive
     assert lenders[2]() is not None
+
+
+def test_interrupts_drop_no_lender_in_flight(monkeypatch):
+    """Even if another thread has dropped the oldest one in between."""
+    monkeypatch.setattr(reaper, "tasks", SimpleQueue())  # nothing else drops them
+
+    class Done(ManualEvent):
+        def query(self):
+            if asked and not self.queries:
+                self.queries = 1
+                kept.drop_oldest()
+            return bool(asked)
+
+    for run in interrupts("_transfer.py", at_least=3):
+        kept, asked, lender = Kept(), [], torch.ones(1)
+        kept.until(Done(), [torch.ones(1)])
+        kept.until(ManualEvent(), [lender])
+        lender = weakref.ref(lender)
+        asked.append(True)
+        run(kept.drop_oldest)
+        assert lender() is not None
+
+
+def test_captures_ask_no_event_of_lenders(capture, monkeypatch):
+    """A finaliser may keep lenders at any time, and asking an event ends a capture."""
+    monkeypatch.setattr(reaper, "tasks", SimpleQueue())  # nothing else asks
+    kept, events = Kept(), [ManualEvent(), ManualEvent()]
+    kept.until(events[0], [torch.ones(1)])
+    asked = events[0].queries
+    with capture():
+        kept.until(events[1], [torch.ones(1)])
+    assert [event.queries for event in events] == [asked, 0]
 
 
 def test_lenders_are_kept_until_their_copy_is_done(driver, device, borrowing):

@@ -619,6 +619,26 @@ def test_refused_requests_keep_their_place_in_line(pools, background):
         outcome(request).release()
 
 
+def test_small_requests_never_overtake_a_refused_one(pools, background):
+    first, second = pools(), pools()
+    leases = [first.acquire("1MiB") for _ in range(8)]
+    requests = []
+    for number, size in enumerate(["4MiB", *["1MiB"] * 4], 1):
+        requests.append(background(second.acquire, size, timeout=20))
+        wait_for_waiters(second, number)
+    for _ in range(3):
+        leases.pop().release()
+        first.trim()
+        time.sleep(0.2)  # each tries several times
+    assert not any(request.done() for request in requests)
+    leases.pop().release()
+    first.trim()
+    for request in requests:
+        outcome(request).release()
+    for lease in leases:
+        lease.release()
+
+
 def test_a_removed_folder_is_made_again(pools, folder):
     first = pools()
     lease = first.acquire("6MiB")

@@ -67,7 +67,8 @@ def carry_out(state: PoolState, growth: Growth) -> Lease | None:
             state.growths.add(growth)
             for slab in growth.victims:
                 slab.doomed = True
-            state.waiters.discard(waiter)  # later requests needn't wait for that
+            if not waiter.was_refused:
+                state.waiters.discard(waiter)  # later requests needn't wait for that
         state.wake(1)
         free(state.slabs, growth.victims, state.memory)
         growth.promised = nbytes
