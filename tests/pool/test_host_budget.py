@@ -633,10 +633,13 @@ def test_small_requests_never_overtake_a_refused_one(pools, background):
     assert not any(request.done() for request in requests)
     leases.pop().release()
     first.trim()
-    for request in requests:
+    lease = outcome(requests[0])
+    for other in leases:
+        other.release()
+    first.trim()
+    for request in requests[1:]:
         outcome(request).release()
-    for lease in leases:
-        lease.release()
+    lease.release()
 
 
 def test_a_removed_folder_is_made_again(pools, folder):
@@ -791,6 +794,21 @@ def test_a_passing_error_ends_no_waiting_request(pools, folder, waiting, monkeyp
     lease.release()
     first.trim()
     outcome(request).release()
+
+
+def test_an_unusable_folder_ends_no_waiting_request(pools, folder, waiting):
+    first, second = pools(), pools()
+    leases = [first.acquire("4MiB"), second.acquire("4MiB")]
+    requests = [waiting(second, "4MiB", timeout=20) for _ in range(2)]
+    with wrong_mode(folder):
+        time.sleep(0.2)  # the first one tries several times
+        assert not requests[0].done()
+        leases.pop().release()  # a lease of an idle slab needs no folder
+        lease = outcome(requests[0])
+    leases.pop().release()
+    first.trim()
+    outcome(requests[1]).release()
+    lease.release()
 
 
 def test_closing_while_growing_says_so(pools, folder, background):

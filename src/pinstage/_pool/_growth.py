@@ -14,6 +14,7 @@ from typing import Any
 from .._memory import REFUSALS, Block, more_may_help, remedy
 from ._adaptor import RefusedForNow
 from ._refusals import Refusal
+from ._rows import NOW
 from ._slab import Lease, PoolState, Slab, free, total
 
 RETRY_SECONDS = 60.0
@@ -95,9 +96,9 @@ def carry_out(state: PoolState, growth: Growth) -> Lease | None:
 
 
 def _allocate(state: PoolState, growth: Growth) -> list[Block]:
-    nbytes, count = growth.capacity, growth.count
+    nbytes, count, waiter = growth.capacity, growth.count, growth.waiter
     try:
-        return state.memory.allocate(nbytes, count, growth.waiter.deadline)
+        return state.memory.allocate(nbytes, count, NOW if waiter.was_refused else waiter.deadline)
     except REFUSALS as error:
         most, until = state.promised(), time.monotonic() + RETRY_SECONDS
         reason = f"{error}; {remedy(nbytes)}" if more_may_help(error) else str(error)
