@@ -580,8 +580,8 @@ class SlabPool:
 
         Each request checks for itself, and takes the requests before it into account. A release
         wakes the first one. With quotas, a later request may go first, so each request that finds
-        nothing wakes the next. A request leaves the line to grow for the first time, so that later
-        ones needn't wait for that.
+        nothing wakes the next. A request leaves the line to grow, so that later ones needn't wait
+        for that; but not if it was refused before.
         """
         state, lease = self._state, None
         try:
