@@ -60,16 +60,7 @@ def carry_out(state: PoolState, growth: Growth) -> Lease | None:
     blocks = list[Block]()
     try:
         with state.lock:
-            growth.victims = list(filter(Slab.is_free, growth.victims))
-            victims = total(growth.victims)
-            if nbytes > state.max_bytes - state.promised() + victims:
-                raise RefusedForNow
-            growth.promised = max(nbytes, victims)
-            state.growths.add(growth)
-            for slab in growth.victims:
-                slab.doomed = True
-            if not waiter.was_refused:
-                state.waiters.discard(waiter)  # later requests needn't wait for that
+            _begin(state, growth)
         state.wake(1)
         free(state.slabs, growth.victims, state.memory)
         growth.promised = nbytes
@@ -93,6 +84,21 @@ def carry_out(state: PoolState, growth: Growth) -> Lease | None:
     if nbytes and state.closed:
         state.reap()
     return lease
+
+
+def _begin(state: PoolState, growth: Growth) -> None:
+    """Set its bytes aside, and mark the slabs that are still free. Call it under the lock."""
+    nbytes = growth.capacity * growth.count
+    growth.victims = list(filter(Slab.is_free, growth.victims))
+    victims = total(growth.victims)
+    if nbytes > state.max_bytes - state.promised() + victims:
+        raise RefusedForNow
+    growth.promised = max(nbytes, victims)
+    state.growths.add(growth)
+    for slab in growth.victims:
+        slab.doomed = True
+    if not growth.waiter.was_refused:
+        state.waiters.discard(growth.waiter)  # later requests needn't wait for that
 
 
 def _allocate(state: PoolState, growth: Growth) -> list[Block]:
