@@ -319,7 +319,9 @@ def gains(result: Result) -> list[str]:
                 rival = best_rival(rows, NAMES)["median"]
                 over.append((rows["to"]["median"] / median, rival / median))
         lines.append([kind, *(_range([row[column] for row in over]) for column in (0, 1)), why])
-    return table(["your batch", "speed-up over `.to()`", "over `pin_memory()`, tensordict", "why"], lines)
+    return table(
+        ["your batch", "speed-up over `.to()`", "over `pin_memory()`, tensordict", "why"], lines
+    )
 
 
 def _range(ratios: list[float]) -> str:

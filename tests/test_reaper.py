@@ -62,6 +62,19 @@ def test_a_second_thread_ends_no_first_one():
     wait_until(lambda: len(done) == 3)
 
 
+def test_many_starts_at_once_leave_one_thread():
+    reaper, before, interval = Reaper(), _thread._count(), sys.getswitchinterval()
+    sys.setswitchinterval(1)  # the threads begin later
+    try:
+        for _ in range(50):
+            reaper.start()
+    finally:
+        sys.setswitchinterval(interval)
+    wait_until(reaper._claimed.locked)
+    time.sleep(0.1)  # for the others to begin
+    wait_until(lambda: _thread._count() <= before + 2)
+
+
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 def test_an_exception_from_outside_loses_no_task():
     """As of ``PyThreadState_SetAsyncExc``, which a program may call with the id of a thread that

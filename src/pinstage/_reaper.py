@@ -218,8 +218,10 @@ class Reaper:
             _thread.start_new_thread(self._serve, ())
 
     def _serve(self) -> None:
+        if self._claimed.locked():
+            return  # several callers at once have started several threads
         try:
-            with self._claimed:  # a second thread, of two callers at once, waits here
+            with self._claimed:  # rarely, a second thread waits here
                 while True:
                     self._run_all()
         finally:  # an exception from outside, by ``PyThreadState_SetAsyncExc``

@@ -12,7 +12,14 @@ from queue import SimpleQueue
 import numpy as np
 import pytest
 import torch
-from doubles import HeldTarget, ManualEvent, claim_in_child, use_target, wait_until
+from doubles import (
+    HeldTarget,
+    ManualEvent,
+    claim_in_child,
+    interrupts,
+    use_target,
+    wait_until,
+)
 from fake_driver import Locking
 from strategies import assert_same, tensor_of
 
@@ -319,6 +326,27 @@ def test_to_keep_more_asks_no_event(monkeypatch):
     assert (event.queries, len(kept.things)) == (0, 3)
     kept.drop_oldest()
     assert not kept.things
+
+
+def test_interrupts_drop_no_lender_in_flight(monkeypatch):
+    """Even if another thread has dropped the oldest one in between."""
+    monkeypatch.setattr(reaper, "tasks", SimpleQueue())  # nothing else drops them
+
+    class Done(ManualEvent):
+        def query(self):
+            if asked and not self.queries:
+                self.queries = 1
+                kept.drop_oldest()
+            return bool(asked)
+
+    for run in interrupts("_transfer.py", at_least=3):
+        kept, asked, lender = Kept(), [], torch.ones(1)
+        kept.until(Done(), [torch.ones(1)])
+        kept.until(ManualEvent(), [lender])
+        lender = weakref.ref(lender)
+        asked.append(True)
+        run(kept.drop_oldest)
+        assert lender() is not None
 
 
 def test_lenders_are_kept_until_their_copy_is_done(driver, device, borrowing):

@@ -619,6 +619,29 @@ def test_refused_requests_keep_their_place_in_line(pools, background):
         outcome(request).release()
 
 
+def test_small_requests_never_overtake_a_refused_one(pools, background):
+    first, second = pools(), pools()
+    leases = [first.acquire("1MiB") for _ in range(8)]
+    requests = []
+    for number, size in enumerate(["4MiB", *["1MiB"] * 4], 1):
+        requests.append(background(second.acquire, size, timeout=20))
+        wait_for_waiters(second, number)
+    for _ in range(3):
+        leases.pop().release()
+        first.trim()
+        time.sleep(0.2)  # each tries several times
+    assert not any(request.done() for request in requests)
+    leases.pop().release()
+    first.trim()
+    lease = outcome(requests[0])
+    for other in leases:
+        other.release()
+    first.trim()
+    for request in requests[1:]:
+        outcome(request).release()
+    lease.release()
+
+
 def test_a_removed_folder_is_made_again(pools, folder):
     first = pools()
     lease = first.acquire("6MiB")
@@ -771,6 +794,21 @@ def test_a_passing_error_ends_no_waiting_request(pools, folder, waiting, monkeyp
     lease.release()
     first.trim()
     outcome(request).release()
+
+
+def test_an_unusable_folder_ends_no_waiting_request(pools, folder, waiting):
+    first, second = pools(), pools()
+    leases = [first.acquire("4MiB"), second.acquire("4MiB")]
+    requests = [waiting(second, "4MiB", timeout=20) for _ in range(2)]
+    with wrong_mode(folder):
+        time.sleep(0.2)  # the first one tries several times
+        assert not requests[0].done()
+        leases.pop().release()  # a lease of an idle slab needs no folder
+        lease = outcome(requests[0])
+    leases.pop().release()
+    first.trim()
+    outcome(requests[1]).release()
+    lease.release()
 
 
 def test_closing_while_growing_says_so(pools, folder, background):

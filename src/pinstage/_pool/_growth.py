@@ -14,6 +14,7 @@ from typing import Any
 from .._memory import REFUSALS, Block, more_may_help, remedy
 from ._adaptor import RefusedForNow
 from ._refusals import Refusal
+from ._rows import NOW
 from ._slab import Lease, PoolState, Slab, free, total
 
 RETRY_SECONDS = 60.0
@@ -59,15 +60,7 @@ def carry_out(state: PoolState, growth: Growth) -> Lease | None:
     blocks = list[Block]()
     try:
         with state.lock:
-            growth.victims = list(filter(Slab.is_free, growth.victims))
-            victims = total(growth.victims)
-            if nbytes > state.max_bytes - state.promised() + victims:
-                raise RefusedForNow
-            growth.promised = max(nbytes, victims)
-            state.growths.add(growth)
-            for slab in growth.victims:
-                slab.doomed = True
-            state.waiters.discard(waiter)  # later requests needn't wait for that
+            _begin(state, growth)
         state.wake(1)
         free(state.slabs, growth.victims, state.memory)
         growth.promised = nbytes
@@ -93,10 +86,25 @@ def carry_out(state: PoolState, growth: Growth) -> Lease | None:
     return lease
 
 
+def _begin(state: PoolState, growth: Growth) -> None:
+    """Set its bytes aside, and mark the slabs that are still free. Call it under the lock."""
+    nbytes = growth.capacity * growth.count
+    growth.victims = list(filter(Slab.is_free, growth.victims))
+    victims = total(growth.victims)
+    if nbytes > state.max_bytes - state.promised() + victims:
+        raise RefusedForNow
+    growth.promised = max(nbytes, victims)
+    state.growths.add(growth)
+    for slab in growth.victims:
+        slab.doomed = True
+    if not growth.waiter.was_refused:
+        state.waiters.discard(growth.waiter)  # later requests needn't wait for that
+
+
 def _allocate(state: PoolState, growth: Growth) -> list[Block]:
-    nbytes, count = growth.capacity, growth.count
+    nbytes, count, waiter = growth.capacity, growth.count, growth.waiter
     try:
-        return state.memory.allocate(nbytes, count, growth.waiter.deadline)
+        return state.memory.allocate(nbytes, count, NOW if waiter.was_refused else waiter.deadline)
     except REFUSALS as error:
         most, until = state.promised(), time.monotonic() + RETRY_SECONDS
         reason = f"{error}; {remedy(nbytes)}" if more_may_help(error) else str(error)

@@ -157,10 +157,11 @@ class LimitedMemory(ResourceAdaptor):
         return self._room_for if is_known else self._budget.max_bytes
 
     def allocate(self, nbytes: int, count: int, deadline: float) -> list[Block]:
-        """Allocate, as `ResourceAdaptor.allocate`.
+        """Allocate, as `ResourceAdaptor.allocate`; by `NOW` for a request that has been refused
+        before.
 
         Raises:
-            HostBudgetError: the folder cannot be used.
+            HostBudgetError: the folder cannot be used; but `RefusedForNow` by `NOW`.
         """
         shared = count if self.resource.is_shared else 0
         rows = [Row(self._row.usage, is_inherited=True) for _ in range(shared)]
@@ -235,10 +236,13 @@ class LimitedMemory(ResourceAdaptor):
             raise
         except RefusedForNow:
             raise
-        except BaseException:
+        except BaseException as error:
             for row in rows:
                 row.close()
             self._update()  # the file may hold anything now
+            if isinstance(error, HostBudgetError) and deadline == NOW:
+                self._note(0)
+                raise RefusedForNow from None  # it goes on waiting: the trouble may pass
             raise
 
     def _give(self, nbytes: int, rows: Iterable[Row] = ()) -> None:

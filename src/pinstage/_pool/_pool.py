@@ -167,6 +167,9 @@ class Waiter:
     """The most seconds to wait; None for no limit."""
     waits = 0
     """1 if it had to wait, else 0."""
+    was_refused = False
+    """Whether growing was refused for now. Then it stays in line when it tries again, or later
+    requests would get what it waits for."""
     is_over = False
     """Whether its call has ended, perhaps by an interrupt."""
 
@@ -578,7 +581,7 @@ class SlabPool:
         Each request checks for itself, and takes the requests before it into account. A release
         wakes the first one. With quotas, a later request may go first, so each request that finds
         nothing wakes the next. A request leaves the line to grow, so that later ones needn't wait
-        for that.
+        for that; but not if it was refused before.
         """
         state, lease = self._state, None
         try:
@@ -607,7 +610,8 @@ class SlabPool:
         state, began, lease = self._state, time.monotonic(), None
         try:
             lease = uninterrupted(partial(carry_out, state, growth))
-        except RefusedForNow:  # it waited for others, and gets back to its place in line
+        except RefusedForNow:  # it waited for others
+            me.was_refused = True
             return None
         except REFUSALS as error:
             refusal = growth.refusal

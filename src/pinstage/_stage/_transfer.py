@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections import deque
+import itertools
 from collections.abc import Callable
-from contextlib import suppress
 from typing import Any, Generic, NamedTuple
 
 import torch
@@ -64,7 +63,9 @@ class Kept:
     """
 
     def __init__(self) -> None:
-        self.things: deque[tuple[Fence, list[Any]]] = deque()
+        # By numbers, each used once, so that a thread that drops a pair drops no other.
+        self.things = dict[int, tuple[Fence, list[Any]]]()
+        self._numbers = itertools.count()
         self.look: Look | None = None  # the task that looks again
 
     def until(self, event: Fence | None, things: list[Any]) -> None:
@@ -72,7 +73,7 @@ class Kept:
         that captures a graph, or in a forked child.
         """
         if event is not None and things:
-            self.things.append((event, things))
+            self.things[next(self._numbers)] = event, things
             if self.look is None:
                 reaper.tasks.put(Look(self))
 
@@ -80,12 +81,10 @@ class Kept:
         """Drop objects up to the first whose event isn't done. Finalisers mustn't call this: to ask
         an event may invalidate a capture.
         """
-        with suppress(IndexError):  # none is left
-            while _is_done((oldest := self.things[0])[0]):
-                # An interrupt may come here: the pair must not be needed any more.
-                popped = self.things.popleft()
-                if popped is not oldest:  # another thread took that one
-                    self.things.appendleft(popped)
+        for number, (event, _) in self.things.copy().items():
+            if not _is_done(event):
+                break
+            self.things.pop(number, None)
 
 
 class Look:
@@ -100,11 +99,9 @@ class Look:
         if kept.look is None:
             kept.look = self  # from the next time on
             return False
-        with suppress(IndexError):  # other threads take some
-            for _ in range(len(kept.things)):
-                event, things = kept.things.popleft()
-                if not _is_done(event):
-                    kept.things.append((event, things))
+        for number, (event, _) in kept.things.copy().items():
+            if _is_done(event):
+                kept.things.pop(number, None)
         if kept.look is self:
             kept.look = None  # before the check, since `until` adds before it asks
             kept.look = self if kept.things else None
