@@ -6,8 +6,8 @@ looked up in `_libraries`. `describe` makes the `Table`, which has a row for eac
 place in the slab; places are aligned and disjoint. A `Layout` is a structure and a table. It
 depends on structure and shapes only, never on values, and holds nothing of a batch. `_pack` fills a
 slab with several threads, in chunks that are sent meanwhile; `_blocks` makes the tensors that
-leaves become; `_gather` collects leaves on a device. `_rows` are leaves whose bytes
-are in many places until they are packed.
+leaves become; `_gather` collects leaves on a device. `_rows` are leaves whose bytes are in many
+places until they are packed.
 
 This package knows shapes, and counts no bytes of any pool.
 """

@@ -237,14 +237,16 @@ def in_folder(path: Path, work: Callable[[int], T], deadline: float = math.inf) 
     left = _LEAST_SECONDS  # at first, however late this thread is
     try:
         while left > 0:
-            with turn:
-                folder = _open(path)
+            if turn.acquire(timeout=left):
                 try:
-                    with contextlib.suppress(BlockingIOError):  # another process has it
-                        fcntl.flock(folder, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                        return work(folder)
-                finally:  # before a child may be forked: it would keep the lock
-                    os.close(folder)
+                    folder = _open(path)
+                    try:
+                        if _lock(folder):
+                            return work(folder)
+                    finally:  # before a child may be forked: it would keep the lock
+                        os.close(folder)
+                finally:
+                    turn.release()
             time.sleep(0.0005)
             left = min(busy_until, deadline) - time.monotonic()
         if deadline < busy_until:
@@ -273,6 +275,14 @@ def _open(path: Path) -> int:
             f"user {user}, mode 700"
         )
     return folder
+
+
+def _lock(folder: int) -> bool:
+    try:
+        fcntl.flock(folder, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:  # another process has it
+        return False
+    return True
 
 
 # -- reading ---------------------------------------------------------------------------------------

@@ -530,10 +530,18 @@ class PoolState:
         for size in sorted(self.stacks):
             if not nbytes <= size <= bound:
                 continue
-            # A copy: at any moment, other threads may add to it, by a release, or take from it, to
-            # free a slab.
-            stack = list(self.stacks[size])
-            slab = next(filter(Slab.is_free, stack[-1:] + stack), None)
+            # Only single C calls touch the stack: at any moment, other threads may add to it, by a
+            # release, or take from it, to free a slab.
+            stack = self.stacks[size]
+            try:
+                last, _ = stack.popitem()
+            except KeyError:
+                continue
+            slab: Slab | None = last
+            if not last.is_free():
+                if last.fences():
+                    last.put(None)  # else its release, or the end of its last view, does it
+                slab = next(filter(Slab.is_free, list(stack)), None)
             if slab is not None:
                 self.hits += 1
                 return Lease(self, slab, nbytes, account)

@@ -191,8 +191,8 @@ class Stager:
 
         Copies run on the stager's own stream; `Transfer.wait` makes the consumer's stream wait for
         them. The host slab returns to the pool when the copy is done. A batch below 1 MiB is copied
-        on the current stream, behind earlier work there, and takes no slab if it has at most 64
-        KiB, or eight plain leaves.
+        on the current stream, behind earlier work there. It takes no slab if it has at most 64 KiB,
+        or eight plain leaves, unless its copies would wait for the device.
 
         A tensor that cannot be packed is moved by its own ``.to(device, non_blocking=True)`` on the
         current stream, and is counted. These are sparse, quantised and nested tensors, unregistered
