@@ -115,7 +115,7 @@ def stack_of(leaf: Rows, copies: dict[Any, Any], path: Callable[[], str]) -> Sta
         raise IndexError(f"batch{path()} {error}") from None
     if isinstance(stack, Stack):
         return stack
-    check_has_memory(source, path)  # torch would read what is behind it
+    check_has_memory(source, path)  # torch would read beyond its memory
     # Torch would return a view for an index without dimensions.
     return source[np.frombuffer(stack, np.int64).reshape(1, *index.shape).copy()][0]
 
