@@ -148,11 +148,12 @@ staging() {
   comparison staging 560 ${BENCH_ARGS:-}
 }
 
+# Without `pin_to`, which took 225 s: up to 8 ms per leaf.
 staging_busy() {
   rival
-  # `pin_to`, which comes last, took 225 s: up to 8 ms per leaf.
+  # shellcheck disable=SC2086
   comparison staging_busy 560 --busy $(($(nproc) / 2)) --seconds 0.1 \
-    --only to,pin_to,multi_tensor_copier,multi_tensor_copier_openmp,pinstage
+    --only to,multi_tensor_copier,multi_tensor_copier_openmp,pinstage ${BENCH_ARGS:-}
 }
 
 memory_startup() { benchmark memory_startup 120 --rounds 2; }
