@@ -239,8 +239,7 @@ VARIANTS = (
     Variant(
         "by_hand",
         loader_by_hand.loaded,
-        "no loader, but the least that one can do: fixed shared slots, one byte for a batch, one "
-        "copy, the views",
+        "no loader, but fixed shared slots, one byte for a batch, one copy, the views",
     ),
     Variant("pinstage", pinstage, "`ps.DataLoader(device=device)`", ours=True),
 )

@@ -210,7 +210,7 @@ def section(name: str, heading: str = "## Measured") -> Callable[..., Any]:
 def times(row: Row, other: Row) -> str:
     """Return how many times as long as the other a row took."""
     medians = row["median"], other["median"]
-    return "-" if None in medians else f"{medians[0] / medians[1]:.2f}"
+    return "-" if None in medians else figure(medians[0] / medians[1])
 
 
 def best_rival(rows: Rows, names: Iterable[str]) -> Row:
@@ -274,8 +274,8 @@ def staging_short(result: Result) -> list[str]:
 
 
 GAINS = {
-    "many small tensors: graphs, boxes, ragged features": (
-        lambda leaves, size: leaves >= 50 and size < 64 << 10,
+    "more than eight small tensors: graphs, boxes, ragged features": (
+        lambda leaves, size: leaves > 8 and size < 64 << 10,
         "one call per tensor becomes a few copies per batch",
     ),
     "tensors of 64 KiB to 1 MiB, together 1 MiB or more": (
@@ -284,17 +284,14 @@ GAINS = {
     ),
     "a stack of images, or another large tensor": (
         lambda leaves, size: leaves == 1 and size >= 16 << 20,
-        (
-            "it goes through memory that is page-locked already; page-locking a copy of it each time "
-            "costs more"
-        ),
+        "each part is sent while the next one is packed; `pin_memory()` copies all of it first",
     ),
     "several tensors of 16 MiB": (
         lambda leaves, size: leaves > 1 and size >= 16 << 20,
         "with idle CPUs, torch's own threads reach the speed of the bus too",
     ),
-    "a few small tensors: tokens, labels, MNIST": (
-        lambda leaves, size: leaves < 50 and leaves * size < 1 << 20,
+    "up to eight small tensors: tokens, labels, MNIST": (
+        lambda leaves, size: leaves <= 8 and leaves * size < 1 << 20,
         "microseconds either way: a call has a fixed cost",
     ),
 }
@@ -351,7 +348,8 @@ def _in_place(case: str, rows: Rows) -> str:
     for name, way in ways.items():
         row = rows.get(name, {})
         if row.get("vs_best_rival") is not None:
-            parts.append(f"{way} {figure(row['median'])} ms, {row['vs_best_rival']:.0%} of the bus")
+            ratio = figure(row["vs_best_rival"])
+            parts.append(f"{way} {figure(row['median'])} ms, {ratio} of the best rival's speed")
     return (
         f"{case.removesuffix('-in-place').replace('x', ' x ')} written in place into a lease: "
         f"{'; '.join(parts)}.\n"
@@ -362,7 +360,7 @@ def scaling() -> str:
     """The picture that `make bench` drew."""
     if not PICTURE.exists():
         return "Not drawn yet: `make bench` does, on a machine with a GPU."
-    return pictures("Time to stage a batch, by leaves and bytes", PICTURE)
+    return pictures("Time to stage a batch on an H100", PICTURE)
 
 
 def pictures(text: str, path: Path) -> str:
@@ -383,15 +381,24 @@ def waste(result: Result, corner: str = "percent") -> list[str]:
 @said_by("memory_startup")
 def startup(result: Result) -> list[str]:
     """Time until 1 GiB is page-locked."""
-    ways = {way: f"`{way}`" for way in result["settings"]["variants"]}
+    ways = result["settings"]["variants"]
     first, again = (cells(rows, ways) for rows in by_case(result).values())
     return by_cases("memory", ways, [("1 GiB ready, ms: first", first), ("again", again)])
+
+
+LOADERS = {
+    "torch_to": "torch",
+    "torch_pin": "torch, pinned",
+    "tensordict": "tensordict",
+    "spdl": "SPDL",
+}
+"""Loaders that compete with ours."""
 
 
 @said_by("loader")
 def loader(result: Result) -> list[str]:
     """Batches of a DataLoader, for every way of bringing them to the device."""
-    about, cases = result["settings"]["variants"], by_case(result)
+    about, cases = {**LOADERS, "by_hand": "by hand", **OURS}, by_case(result)
     limits = {"by_hand"}  # which isn't a loader
 
     def more(row: Row) -> str:
@@ -400,25 +407,19 @@ def loader(result: Result) -> list[str]:
 
     columns = [(case, cells(rows, about, more=more, limits=limits)) for case, rows in cases.items()]
     whole = by_cases("ms per batch (main thread)", about, columns)
-    ways = {**OURS, "torch_pin": "`pin_memory=True`", "rival": "best rival"}
-    rivals = dict.fromkeys(about.keys() - {"by_hand", "pinstage"}, "")
-    short = beside_rival("ms per batch", cases, ways, rivals)
+    ways = {**OURS, "torch_pin": LOADERS["torch_pin"], "rival": "best rival"}
+    short = beside_rival("ms per batch", cases, ways, LOADERS)
     said = passes(result) or "Medians of single batches, not whole loops over their steps."
     return folded(short, whole, [said])
 
 
 @said_by("to_host")
 def to_host(result: Result) -> list[str]:
-    """From the device to the host: milliseconds, and ours as a share of the speed of the bus."""
+    """From the device to the host, in milliseconds."""
     cases = {name: rows for name, rows in by_case(result).items() if not _is_result(name)}
-    share = {
-        case: f"{rows['bus']['median'] / rows['pinstage']['median']:.0%}"
-        for case, rows in cases.items()
-    }
     ways = {way: f"`{way}`" for way in result["settings"]["variants"] if way in cases["64MiB"]}
-    few = {way: ways[way] for way in ("pinstage", "by_hand")}
-    tables = (by_ways("ms", cases, some, {"share of the bus": share}) for some in (few, ways))
-    return folded(*tables)
+    few = {way: ways[way] for way in ("pinstage", "pinned_each", "by_hand")}
+    return folded(*(by_ways("ms", cases, some) for some in (few, ways)))
 
 
 def _is_result(case: str) -> bool:
@@ -437,19 +438,19 @@ def results(result: Result) -> list[str]:
         return []
     ways = {
         "cpu_each": "`.cpu()` each",
-        "pinned_each": "by hand",
+        "pinned_each": "pinned `copy_`",
+        "by_hand": "gathered",
         "pinstage_copy": "`to_host`",
         "pinstage": "views",
         "fill": "new memory",
-        "bus": "bus",
     }
     returns = {
         case: figure(rows.get("fetch", {}).get("main_median")) for case, rows in cases.items()
     }
     said = (
-        "Milliseconds until the tensors are on the host. `by hand`: page-locked tensors, "
-        "`copy_(non_blocking=True)`, one wait. `views`: `fetch(copy=False)`. `new memory`: threads "
-        "fill as much. `fetch`: until it returns."
+        "Milliseconds until the tensors are on the host. `copy_`: each into new page-locked memory, "
+        "one wait. `gathered`: by `torch.cat`, one copy into memory that is kept. `views`: "
+        "`fetch(copy=False)`. `new memory`: threads fill as much. `fetch`: until it returns."
     )
     return [*by_ways("tensors", cases, ways, {"`fetch`": returns}), "", said]
 
@@ -855,10 +856,12 @@ def out(result: Result) -> list[str]:
     said = (
         "Until the batch is in its place; `replay`: a step of a loop that replays a CUDA graph. "
         "The weights go by `load_weights`, through a cap of 256 MiB; `pinned`: of page-locked "
-        "tensors, with `borrow_pinned=True`; `by hand`: `to_device`, then `torch._foreach_copy_`; `copy_`: a "
-        "loop with `non_blocking=True`."
+        "tensors, with `borrow_pinned=True`; `by hand`: `to_device`, then `torch._foreach_copy_`; `copy_`: "
+        "with `non_blocking=True`; pinned: before the timer; `graph alone`: nothing is written."
     )
-    return [*by_ways("ms", cases, in_use(ways, cases)), "", said + in_turn(result)]
+    limits = LIMITS | {"pin_copy"}
+    lines = by_ways("ms", cases, in_use(ways, cases), limits=limits)
+    return [*lines, "", said + in_turn(result)]
 
 
 @section("in_memory")
@@ -874,17 +877,17 @@ def in_memory(result: Result) -> list[str]:
         "bus": "bus",
         "permutation": "shuffle",
     }
-    cases, speeds = by_case(result), _rows_a_second(result)
-    rates, gains = dict.fromkeys(cases, "-"), dict.fromkeys(cases, "-")
-    for case, (rate, gain) in speeds.items():
-        rates[case], gains[case] = f"{rate / 1e6:,.1f} M", f"{gain:,.0f}x"
+    cases = by_case(result)
+    gains = dict.fromkeys(cases, "-")
+    gains |= {case: f"{figure(gain)}x" for case, (_, gain) in _rows_a_second(result).items()}
+    batches = {case: f"{rows:,}" for case, rows in result["settings"]["batches"].items()}
     said = (
         "Until a batch is on the device, without the first step of a pass, whose permutation is "
         "`shuffle`. `x[i]`: `x[i].pin_memory().to()`. `select`: `index_select` into page-locked "
-        "memory that is kept. `C gather`: C with OpenMP, into one slab. `bus`: the copy alone. The "
-        "speed-up is that of `ps.DataLoader` over torch's loader."
+        "memory that is kept. `C gather`: C with OpenMP, into one slab. `bus`: the copy alone. "
+        "Speed-up: of `ps.DataLoader` over torch's loader."
     )
-    further = {"rows/s": rates, "speed-up": gains}
+    further = {"rows": batches, "speed-up": gains}
     return [*by_ways("ms", cases, in_use(ways, cases), further), "", said]
 
 
@@ -903,17 +906,34 @@ def _rows_a_second(result: Result) -> dict[str, tuple[float, float]]:
     return speeds
 
 
+HEADLINE = {
+    "13 floats, label": "rows of 13 floats and a label",
+    "images 3x64x64, label": "images of 3 x 64 x 64 bytes",
+    "token windows": "windows of 1,024 tokens",
+}
+"""Cases of data in memory, of three sizes, as a sentence names them."""
+
+
 def in_memory_headline() -> str:
     """The rows a second of data in memory; nothing until they were measured."""
     result = measured("in_memory")
     if result is None:
         return ""
-    rates, gains = zip(*_rows_a_second(result).values(), strict=True)
+    speeds = _rows_a_second(result)
+    rates, gains = zip(*(speeds[case] for case in HEADLINE), strict=True)
+    parts = [
+        f"{rate} {rows}" for rate, rows in zip(map(_spoken, rates), HEADLINE.values(), strict=True)
+    ]
+    factors = [*map(figure, gains)]
     return (
-        f"On an {result['machine']['gpu']}, `ps.DataLoader` reads {min(rates) / 1e6:.1f} to "
-        f"{max(rates) / 1e6:.0f} million rows a second from memory, {min(gains):,.0f} to "
-        f"{max(gains):,.0f} times as many as torch's loader."
+        f"On an {result['machine']['gpu']}, `ps.DataLoader` reads from memory, each second, "
+        f"{', '.join(parts[:-1])} or {parts[-1]}: {', '.join(factors[:-1])} and {factors[-1]} "
+        "times as many as torch's loader."
     )
+
+
+def _spoken(number: float) -> str:
+    return f"{figure(number / 1e6)} million" if number >= 1e6 else figure(number)
 
 
 @section("weights")
@@ -932,11 +952,14 @@ def weights(result: Result) -> list[str]:
 @section("loader_refused")
 def loader_refused(result: Result) -> list[str]:
     """A loader where CUDA refuses to register memory."""
+    rows = [row | {"case": row["case"].removeprefix("refused: ")} for row in result["rows"]]
+    resident = [re.findall(r"(\d+) resident", row["detail"]) for row in rows]
+    grown = max(int(late) - int(early) for early, late in filter(None, resident))
     said = (
         "Milliseconds per batch, until it is on the device; four workers. Over 2,000 batches of "
-        "16 MiB, neither the pool's memory nor the resident memory of the process grew."
+        f"16 MiB, the process grew by {grown} MiB at most."
     )
-    return ways_by_cases(result, said=said)
+    return ways_by_cases(result | {"rows": rows}, said=said)
 
 
 @section("page_locking")
@@ -1121,8 +1144,8 @@ UNTIL_READY = (
 CAPTIONS = {
     "staging": UNTIL_READY,
     "staging_busy": (
-        "The same while other processes compute on half of the CPUs, where `pin_memory()` takes "
-        "milliseconds for each tensor: it is left out."
+        "The same while other processes compute on half of the CPUs, beside `.to()` and "
+        "`multi_tensor_copier` only."
     ),
     "native_threads": "Milliseconds that C++ threads take to pack and copy large leaves.",
     "startup": "Milliseconds until the memory can be used.",
@@ -1131,14 +1154,18 @@ CAPTIONS = {
         "Milliseconds from batch to batch, with 8 workers; in brackets the main thread's share, and "
         "for `step` the time that the loop waited. `ready`: samples are in memory, and nothing uses "
         "the batches. `step`: each batch has a training step on the GPU, the same in all rows. "
-        "`decode`: the workers decode JPEG images."
+        "`decode`: the workers decode JPEG images.\n\n"
+        "`torch`: its loader, then `.to(device)` for each tensor. `pinned`: with `pin_memory=True` "
+        "and `non_blocking=True`. `tensordict`: workers consolidate each batch, which is pinned and "
+        "sent as one. `SPDL`: `get_pytorch_dataloader`, then `transfer_tensor_h2d` in a thread. "
+        "`by hand`: no loader, but fixed shared slots, one byte for a batch, one copy, and views."
     ),
     "to_host": (
         "Milliseconds until everything is on the host. `frames`: ten frames of 3 x 3840 x 2160 "
         "floats, to the device and back. `cpu_each`: `.cpu()` on each tensor. `pinned_each`: into "
-        "pinned memory that is kept. `by_hand`: gathered and copied by hand. `bus`: the copies "
-        "alone. `pinstage`: `fetch(tensors, copy=False).result()`. `pinstage_copy`: "
-        "`to_host(tensors)`."
+        "new pinned memory. `by_hand` and `bus`: into pinned memory that is kept, on a second "
+        "stream; small tensors are gathered by hand, not for the bus. `pinstage`: "
+        "`fetch(tensors, copy=False).result()`. `pinstage_copy`: `to_host(tensors)`."
     ),
     "waste": (
         "Percent of the page-locked memory that rounding takes, over the demo's ragged batches, "

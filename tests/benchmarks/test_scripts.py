@@ -265,7 +265,7 @@ def test_the_table_of_frozen_modules_has_the_stack():
         about[name] = f"way {name}"
     lines = markdown.frozen(result).splitlines()
     assert [line for line in lines if line.startswith("| way ")] == [
-        "| way stack_bus | 64 | - | 1.00 | 0.21 GB |",
+        "| way stack_bus | 64 | - | 1 | 0.21 GB |",
         "| way stack_blocks | 80 | - | 1.25 | 0.52 GB |",
         "| way diffusers_block | incorrect | incorrect | - | 0.53 GB |",
         "| way accelerate | not installed | not installed | - | - |",
@@ -295,7 +295,7 @@ def test_the_loader_benchmark_has_refused_memory(tmp_path):
         assert "0 page-locked" in row["detail"]
         assert "after 20 more batches" in row["detail"]
     table = markdown.TABLES["loader_refused"](result).splitlines()
-    assert table[2] == "| ms | refused: 8 x 8 KiB |"
+    assert table[2] == "| ms | 8 x 8 KiB |"
     assert table[6].startswith("| the same where CUDA refuses to register memory | ")
 
 
@@ -537,9 +537,9 @@ def test_results_have_a_table_with_when_fetch_returns(tmp_path):
     result["rows"].append(row | {"variant": "fetch", "median": 0.3, "main_median": 0.05})
     table = markdown.results(result).splitlines()
     assert table[2] == (
-        "| tensors | `.cpu()` each | by hand | `to_host` | views | new memory | bus | `fetch` |"
+        "| tensors | `.cpu()` each | pinned `copy_` | gathered | `to_host` | views | new memory | `fetch` |"
     )
-    assert table[4] == "| 8 x 4B | **0.08** | 0.09 | 0.1 | 0.2 | - | - | 0.05 |"
+    assert table[4] == "| 8 x 4B | **0.08** | 0.09 | - | 0.1 | 0.2 | - | 0.05 |"
     assert "results, " not in markdown.to_host(result)
 
 
