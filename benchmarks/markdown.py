@@ -887,7 +887,7 @@ def in_memory(result: Result) -> list[str]:
         "memory that is kept. `C gather`: C with OpenMP, into one slab. `bus`: the copy alone. "
         "Speed-up: of `ps.DataLoader` over torch's loader."
     )
-    further = {"rows": batches, "speed-up": gains}
+    further = {"batch": batches, "speed-up": gains}
     return [*by_ways("ms", cases, in_use(ways, cases), further), "", said]
 
 
