@@ -18,7 +18,7 @@ MOST_WORDS_OF = {
     "docs/performance.md": 1_900,
 }
 
-CONSTANTS = {"12.5%", "25%", "50%", "60%", "0.1 seconds", "60 seconds"}
+CONSTANTS = {"12.5%", "25%", "60%", "0.1 seconds", "60 seconds"}
 """Of rounding, estimates, a check and timeouts. The model of `pinstage trace` has more."""
 FIGURE = re.compile(
     r"\d[\d.,]*[\s-]*(?:[mnuµ]?s|(?:milli|micro|nano)?sec(?:onds?)?|minutes?|hours?|[KMG]i?B/s|"

@@ -182,21 +182,17 @@ host; 0.95 us were found on the host of tests/traces/loops. The fixed time is fi
 recording of the loops of tests/traces/loops that aren't held out: 0.2 ms fit best, and a higher
 value keeps the predicted saving low."""
 
-_H100 = "an H100 with 16 cores"
-_FEW = Cost(11e-6, 3e-6, 15e9, _H100)
-_AT_ONCE = Cost(50e-6, 0.5e-6, 50e9, _H100)
-_SLAB = Cost(60e-6, 0.5e-6, 50e9, _H100)
-_CHUNKS = Cost(70e-6, 0.6e-6, 50e9, _H100)
+_FEW = Cost(15e-6, 4e-6, 10e9, REFERENCE.source)
+_SMALL = Cost(40e-6, 0.52e-6, 50e9, REFERENCE.source)
+_CHUNKS = Cost(95e-6, 0.58e-6, 47e9, REFERENCE.source)
 """The cost of each way to the device (see `pinstage._stage._sender`), one batch after the other.
-Fitted to benchmarks/results/staging.json: from 1 MiB on, at most 17% off, below, at most 34%."""
+Fitted to benchmarks/results/staging.json: at most 23% off."""
 
 
 def staging_seconds(leaves: int, nbytes: int, bus: Bus) -> float:
     """Return the seconds that `Stager.to_device` takes for a batch, until its last copy is done."""
     if nbytes >= MIB:
         way = _CHUNKS
-    elif leaves <= core.MOST_FEW:
-        way = _FEW
     else:
-        way = _AT_ONCE if nbytes <= core.AT_ONCE_BYTES else _SLAB
+        way = _FEW if leaves <= core.MOST_FEW else _SMALL
     return way.seconds(leaves, nbytes, bus.pinned * 1e9)
