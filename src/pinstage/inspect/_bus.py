@@ -191,8 +191,6 @@ Fitted to benchmarks/results/staging.json: at most 23% off."""
 
 def staging_seconds(leaves: int, nbytes: int, bus: Bus) -> float:
     """Return the seconds that `Stager.to_device` takes for a batch, until its last copy is done."""
-    if nbytes >= MIB:
-        way = _CHUNKS
-    else:
-        way = _FEW if leaves <= core.MOST_FEW else _SMALL
+    small = _FEW if leaves <= core.MOST_FEW else _SMALL
+    way = _CHUNKS if nbytes >= MIB else small
     return way.seconds(leaves, nbytes, bus.pinned * 1e9)
