@@ -409,8 +409,7 @@ def loader(result: Result) -> list[str]:
     whole = by_cases("ms per batch (main thread)", about, columns)
     ways = {**OURS, "torch_pin": LOADERS["torch_pin"], "rival": "best rival"}
     short = beside_rival("ms per batch", cases, ways, LOADERS)
-    said = passes(result) or "Medians of single batches, not whole loops over their steps."
-    return folded(short, whole, [said])
+    return folded(short, whole, [passes(result)])
 
 
 @said_by("to_host")
@@ -448,8 +447,8 @@ def results(result: Result) -> list[str]:
         case: figure(rows.get("fetch", {}).get("main_median")) for case, rows in cases.items()
     }
     said = (
-        "Milliseconds until the tensors are on the host. `copy_`: each into new page-locked memory, "
-        "one wait. `gathered`: by `torch.cat`, one copy into memory that is kept. `views`: "
+        "Milliseconds until the tensors are on the host. `copy_`: each into cached page-locked "
+        "memory, one wait. `gathered`: by `torch.cat`, one copy into memory that is kept. `views`: "
         "`fetch(copy=False)`. `new memory`: threads fill as much. `fetch`: until it returns."
     )
     return [*by_ways("tensors", cases, ways, {"`fetch`": returns}), "", said]
@@ -855,11 +854,12 @@ def out(result: Result) -> list[str]:
     cases = by_case(result)
     said = (
         "Until the batch is in its place; `replay`: a step of a loop that replays a CUDA graph. "
-        "The weights go by `load_weights`, through a cap of 256 MiB; `pinned`: of page-locked "
+        "Weights go by `load_weights`, capped at 256 MiB; `pinned`: of page-locked "
         "tensors, with `borrow_pinned=True`; `by hand`: `to_device`, then `torch._foreach_copy_`; `copy_`: "
-        "with `non_blocking=True`; pinned: before the timer; `graph alone`: nothing is written."
+        "with `non_blocking=True`; pinned: before the timer; `new tensors`, `graph alone`: nothing "
+        "written in place."
     )
-    limits = LIMITS | {"pin_copy"}
+    limits = LIMITS | {"pin_copy", "pinstage"}
     lines = by_ways("ms", cases, in_use(ways, cases), limits=limits)
     return [*lines, "", said + in_turn(result)]
 
@@ -909,7 +909,7 @@ def _rows_a_second(result: Result) -> dict[str, tuple[float, float]]:
 HEADLINE = {
     "13 floats, label": "rows of 13 floats and a label",
     "images 3x64x64, label": "images of 3 x 64 x 64 bytes",
-    "token windows": "windows of 1,024 tokens",
+    "token windows": "windows of 1,025 tokens",
 }
 """Cases of data in memory, of three sizes, as a sentence names them."""
 
@@ -920,15 +920,12 @@ def in_memory_headline() -> str:
     if result is None:
         return ""
     speeds = _rows_a_second(result)
-    rates, gains = zip(*(speeds[case] for case in HEADLINE), strict=True)
-    parts = [
-        f"{rate} {rows}" for rate, rows in zip(map(_spoken, rates), HEADLINE.values(), strict=True)
-    ]
-    factors = [*map(figure, gains)]
+    parts = [f"{_spoken(speeds[case][0])} {rows}" for case, rows in HEADLINE.items()]
+    factors = [figure(speeds[case][1]) for case in HEADLINE]
     return (
-        f"On an {result['machine']['gpu']}, `ps.DataLoader` reads from memory, each second, "
-        f"{', '.join(parts[:-1])} or {parts[-1]}: {', '.join(factors[:-1])} and {factors[-1]} "
-        "times as many as torch's loader."
+        f"On an {result['machine']['gpu']}, `ps.DataLoader`, after its shuffle, reads from memory, "
+        f"each second, {', '.join(parts[:-1])} or {parts[-1]}: {', '.join(factors[:-1])} and "
+        f"{factors[-1]} times as many as torch's loader."
     )
 
 
@@ -1163,8 +1160,9 @@ CAPTIONS = {
     "to_host": (
         "Milliseconds until everything is on the host. `frames`: ten frames of 3 x 3840 x 2160 "
         "floats, to the device and back. `cpu_each`: `.cpu()` on each tensor. `pinned_each`: into "
-        "new pinned memory. `by_hand` and `bus`: into pinned memory that is kept, on a second "
-        "stream; small tensors are gathered by hand, not for the bus. `pinstage`: "
+        "pinned memory that torch's cache kept. `by_hand` and `bus`: into pinned memory that is "
+        "kept, on a second stream; by hand small tensors are gathered and frames packed, for the "
+        "bus neither. `pinstage`: "
         "`fetch(tensors, copy=False).result()`. `pinstage_copy`: `to_host(tensors)`."
     ),
     "waste": (

@@ -63,7 +63,7 @@ class SlabCopy(NamedTuple):
     unpackable: int  # leaves that are copied by their own .to()
     smallest_bytes: int  # of the smallest packed leaf; 0 if there is none
     kept_bytes: int  # device memory that the smallest leaf keeps, with own_storage="auto"
-    seconds: float  # to stage the batch, as measured beside an H100: see docs/audit.md
+    seconds: float  # to stage the batch, as measured beside an H200: see docs/audit.md
     error: str | None  # why pinstage would refuse the batch as it is
 
 
