@@ -186,8 +186,7 @@ _FEW = Cost(15e-6, 4e-6, 10e9, REFERENCE.source)
 _SMALL = Cost(40e-6, 0.52e-6, 50e9, REFERENCE.source)
 _CHUNKS = Cost(95e-6, 0.58e-6, 47e9, REFERENCE.source)
 """The cost of each way to the device (see `pinstage._stage._sender`), one batch after the other.
-Fitted to benchmarks/results/staging.json: at most 22% off what was
-measured."""
+Fitted to benchmarks/results/staging.json: at most 22% off."""
 
 
 def staging_seconds(leaves: int, nbytes: int, bus: Bus) -> float:
