@@ -360,7 +360,7 @@ def scaling() -> str:
     """The picture that `make bench` drew."""
     if not PICTURE.exists():
         return "Not drawn yet: `make bench` does, on a machine with a GPU."
-    return pictures("Time to stage a batch on an H100", PICTURE)
+    return pictures(f"Time to stage a batch, {load('series')['machine']['gpu']}", PICTURE)
 
 
 def pictures(text: str, path: Path) -> str:
@@ -885,7 +885,7 @@ def in_memory(result: Result) -> list[str]:
         "Until a batch is on the device, without the first step of a pass, whose permutation is "
         "`shuffle`. `x[i]`: `x[i].pin_memory().to()`. `select`: `index_select` into page-locked "
         "memory that is kept. `C gather`: C with OpenMP, into one slab. `bus`: the copy alone. "
-        "Speed-up: of `ps.DataLoader` over torch's loader."
+        "`batch`: its rows. Speed-up: of `ps.DataLoader` over torch's loader."
     )
     further = {"batch": batches, "speed-up": gains}
     return [*by_ways("ms", cases, in_use(ways, cases), further), "", said]

@@ -148,7 +148,7 @@ staging() {
   comparison staging 560 ${BENCH_ARGS:-}
 }
 
-# The others would take minutes: `pin_to` takes up to 8 ms per leaf.
+# Without `pin_to`, which took 225 s: up to 8 ms per leaf.
 staging_busy() {
   rival
   # shellcheck disable=SC2086
